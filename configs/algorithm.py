@@ -13,6 +13,7 @@ class FilterGroupsConfig(Section):
     """DAPO dynamic sampling (arXiv:2503.14476): groups whose rewards are all equal are dropped and replaced."""
 
     enable: Bool = False
+    max_num_gen_batches: PositiveInt = 10  # filtered groups in a row, in training steps' worth, before the run stops
 
 
 class OverlongBufferConfig(Section):

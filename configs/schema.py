@@ -163,6 +163,7 @@ class RunConfig(Section):
     inline: Bool = False  # the whole training in one process, for debugging
     startup_timeout_s: PositiveFloat = 300.0
     shutdown_timeout_s: PositiveFloat = 20.0
+    worker_timeout_s: PositiveFloat = 600.0  # a rollout worker that is silent for so long is killed and restarted
 
 
 class Config(Section):

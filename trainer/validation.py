@@ -120,7 +120,7 @@ class ValidationSchedule:
         self._start()
 
     def worker_lost(self) -> ValidationRecord | None:
-        """The validation worker is gone. What it measured is measured again by the next one; None if it measured nothing."""
+        """The validation worker is gone; returns the record of what it was measuring, if anything."""
         self._ready = False
         return self.running
 
@@ -154,6 +154,17 @@ class ValidationSchedule:
         """The slot that is leased for a version that waits or runs."""
         return self._slots[version]
 
+    def to_request(self, record: ValidationRecord) -> ValidationRequest:
+        """The message that asks for a record's measurement, in its present attempt."""
+        return ValidationRequest(
+            version=record.version,
+            slot=self._slots[record.version],
+            step=record.step,
+            reason=record.reason,
+            requested_s=record.requested_s,
+            attempt=record.attempts,
+        )
+
     def _current(self, request: ValidationRequest) -> ValidationRecord:
         assert self.running is not None and self.running.version == request.version, f"a result for version {request.version} was not asked for"
         return self.running
@@ -166,16 +177,8 @@ class ValidationSchedule:
     def _submit(self, record: ValidationRecord) -> None:
         record.status = "running"
         self._sent_s = self._clock()
-        self._send(
-            ValidationRequest(
-                version=record.version,
-                slot=self._slots[record.version],
-                step=record.step,
-                reason=record.reason,
-                requested_s=record.requested_s,
-                attempt=record.attempts,
-            )
-        )
+        if self._ready:  # otherwise `worker_ready` sends it
+            self._send(self.to_request(record))
 
     def _release(self, version: int) -> None:
         del self._slots[version]

@@ -92,7 +92,7 @@ class RolloutWorker:
         while (message := self._link.receive(0.0)) is not None:
             self._take(message)
             worked = True
-        if self._announced is not None and not self._paused and (self._partial or not self.engine.has_work):
+        if self._announced is not None and (self._partial or not self.engine.has_work):
             self._adopt(self._announced)
             worked = True
         if not self._paused and self._announced is None:

@@ -35,7 +35,10 @@ def answer_seed(seed: int, set_name: str, prompt_id: str, index: int) -> int:
 class Measurement:
     """One validation in progress: all answers to all sets' problems by one engine, then their scores."""
 
-    def __init__(self, sets: Sequence[ValidationSet], seed: int, engine: Engine, scorer: Scorer, decode: Decode) -> None:
+    def __init__(
+        self, identity: tuple[int, int], sets: Sequence[ValidationSet], seed: int, engine: Engine, scorer: Scorer, decode: Decode
+    ) -> None:
+        self._identity = identity  # keeps its scores apart from those that a failed measurement left behind
         self._engine = engine
         self._scorer = scorer
         self._decode = decode
@@ -71,10 +74,13 @@ class Measurement:
                 complete = [item for item in outputs if item is not None]
                 texts = tuple(self._decode(item.token_ids.tolist()) for item in complete)
                 self._texts[output.request_id] = texts
-                self._scorer.submit(output.request_id, prompt, texts, [item.token_ids for item in complete])
-        for key, scores in self._scorer.poll():
+                self._scorer.submit((self._identity, output.request_id), prompt, texts, [item.token_ids for item in complete])
+        for tag, scores in self._scorer.poll():
+            assert isinstance(tag, tuple)
+            identity, key = tag
+            if identity != self._identity:
+                continue
             worked = True
-            assert isinstance(key, int)
             self.answers[key] = [
                 Trajectory(
                     token_ids=output.token_ids,
@@ -90,6 +96,11 @@ class Measurement:
                 if output is not None
             ]
         return worked
+
+    def abandon(self) -> None:
+        """Takes the unfinished sequences out of the engine."""
+        for key in self._items:
+            self._engine.abort(key)
 
     def metrics(self, pass_at: Sequence[int], seed: int) -> tuple[float, dict[str, float], int]:
         """(mean accuracy over all problems, metrics by name, number of unscored answers)."""
@@ -193,7 +204,7 @@ class ValidationWorker:
             if measurement is None:
                 self._watch.enter("validation")
                 self.engine.adopt(self._reader.views(request.slot, request.version), request.version, copy=self._copy)
-                measurement = Measurement(self._sets, self._seed, self.engine, self._scorer, self._decode)
+                measurement = Measurement((request.version, request.attempt), self._sets, self._seed, self.engine, self._scorer, self._decode)
                 self._current = (request, measurement, started_s)
                 return True
             worked = measurement.advance()
@@ -241,12 +252,9 @@ class ValidationWorker:
         )
 
     def _abandon(self) -> None:
-        """Rids engine and scorer of what a failed measurement left behind."""
-        if self._current is None or self._current[1] is None:
-            return
-        for key in list(self._current[1]._items):
-            self.engine.abort(key)
-        self._scorer.forget()
+        """Rids the engine of what a failed measurement left behind."""
+        if self._current is not None and self._current[1] is not None:
+            self._current[1].abandon()
 
     def _end(self, request: ValidationRequest) -> None:
         self._current = None
