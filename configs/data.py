@@ -19,10 +19,10 @@ class SourceConfig(Section):
     name: str | None = None  # data_source where the rows do not carry one; default: derived from the path
     split: str | None = None  # of a hub data set or folder
     subset: str | None = None  # configuration name of a hub data set
-    weight: PositiveFloat = 1.0  # share of training prompts when several sources are mixed
+    weight: PositiveFloat | None = None  # share of training prompts when several sources are mixed; null for all: by size
     format: Literal["auto", "verl", "trl", "messages", "dapo", "gsm8k", "text"] = "auto"
     prompt_key: str | None = None
-    answer_key: str | None = None
+    answer_key: str | None = None  # a dot goes into nested columns: reward_model.ground_truth
     prompt_template: str | None = None  # Python format string over the row's columns, for `format: text`
     options: dict[str, Any] = Field(default_factory=dict)  # generator settings, e.g. of a reasoning_gym task
     size: PositiveInt | None = None  # how many rows a generated source makes
@@ -38,7 +38,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train_files: list[SourceConfig] = Field(default_factory=list)
     val_files: list[SourceConfig] = Field(default_factory=list)
-    val_fraction: Fraction = 0.0  # of the training rows held out for validation; only without val_files
+    val_fraction: Fraction = 0.0  # of the training prompts held out for validation; only without val_files
     max_prompt_length: PositiveInt = 512  # tokens
     max_response_length: PositiveInt = 512  # tokens
     overlong_prompts: Literal["error", "filter", "truncate_left"] = "filter"
@@ -50,7 +50,8 @@ class DataConfig(Section):
     sampler: Literal["shuffle", "sequential", "difficulty"] = "shuffle"
     difficulty_key: str | None = None  # a column to sort by with `sampler: difficulty`; null: by solved rate
     seed: Int | None = None  # null: run.seed
-    streaming: Bool = False
+    streaming: Bool = False  # read training rows as they are needed; needs a run length in steps and one source
+    shuffle_buffer: PositiveInt = 10_000  # rows among which a streamed source is shuffled
 
     @field_validator("train_files", "val_files", mode="before")
     @classmethod
@@ -64,11 +65,12 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """`function` is a built-in name, `file.py:name` or `package.module:name`; `weights` mixes several into a weighted sum."""
 
-    function: str | None = "exact_match"
+    function: str | None = "auto"  # auto: by the format of the source and verl's data_source, else exact_match
     weights: dict[str, Float] = Field(default_factory=dict)  # {name or path: weight}; replaces `function` when not empty
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function(s)
+    by_source: dict[str, str] = Field(default_factory=dict)  # {data_source: name or path}, before `function` and `weights`
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments of `function`; of several: {name or path: {argument: value}}
     url: str | None = None  # an HTTP scorer; replaces `function`
-    workers: NonNegativeInt = 1  # scoring processes per rollout worker; 0: built-ins in place only
+    workers: NonNegativeInt = 1  # scoring processes per rollout worker; 0: everything in place, without limits (for debugging)
     timeout_s: PositiveFloat = 30.0  # of one call, from the moment that scoring starts
     max_retries: NonNegativeInt = 1
     on_error: Literal["exclude", "score", "stop"] = "exclude"

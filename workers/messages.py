@@ -41,6 +41,7 @@ class Prompt:
     ground_truth: Any = None  # what a reward compares with
     extra_info: dict[str, Any] = field(default_factory=dict)  # verl's extra_info
     columns: dict[str, Any] = field(default_factory=dict)  # all other columns of the row, for TRL-style rewards
+    reward: str | None = None  # the reward that scores it, where its source chooses one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
