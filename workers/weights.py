@@ -25,7 +25,7 @@ from workers import cuda_ipc
 from workers.layout import WeightLayout, checksum
 from workers.slots import EMPTY, HostSlots, TornReadError, check_capacity, free_host_memory
 
-__all__ = ["Transport", "TornReadError", "WeightHandle", "WeightLayout", "WeightPublisher", "WeightReader", "check_capacity", "free_host_memory"]
+__all__ = ["TornReadError", "Transport", "WeightHandle", "WeightLayout", "WeightPublisher", "WeightReader", "check_capacity", "free_host_memory"]
 
 Transport = Literal["auto", "cuda_ipc", "shared_memory"]
 WAIT_S = 0.05  # longest single wait for a free slot, so that the caller looks at its peers often enough
